@@ -118,7 +118,7 @@ def containers_like_pythons() -> Iterator[None]:
 
 
 def container_of(variable: Any) -> Any:
-    """Returns Dynamo's model of the list, dict, tuple or set that an object of a subclass is; None if it is none."""
+    """Returns Dynamo's model of the container that an object of a subclass extends; None for other objects."""
     found = (vars(variable).get(name) for name in BASES)
     return next((model for model in found if model is not None), None)
 

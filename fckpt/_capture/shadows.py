@@ -74,7 +74,7 @@ def _guarding_sign(original: Callable[..., Any]) -> Callable[..., Any]:
     def match(self: Any, guard: Any, *args: Any, **kwargs: Any) -> None:
         original(self, guard, *args, **kwargs)
         value, manager = self.get(guard), self.get_guard_manager(guard)
-        if isinstance(manager, DictGuardManager):  # of a dict with an order, whose keys have guards of their own
+        if isinstance(manager, DictGuardManager):  # each key of an ordered dict has a guard
             if original.__name__ != "DICT_KEYS_MATCH":
                 return
             for index, key in enumerate(dict.keys(value)):
@@ -88,7 +88,7 @@ def _guarding_sign(original: Callable[..., Any]) -> Callable[..., Any]:
             return
         if isinstance(value, (set, frozenset)) or original.__name__ == "DICT_KEYS_MATCH":
             value = _constants(value)
-        elif original.__name__ != "EQUALS_MATCH":  # the length of a list or tuple, whose items have guards of their own
+        elif original.__name__ != "EQUALS_MATCH":  # a list's length: each item has a guard
             return
         if _may_equal_another(value) and not (_are_ints(value) and _is_option(self, guard.originating_source)):
             _add(manager, value, guard)

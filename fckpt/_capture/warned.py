@@ -1,7 +1,7 @@
 """Warnings that a captured function gives.
 
 Dynamo cannot capture `warnings.warn`, so it is told to leave such calls out. The warnings whose text is known are given
-when the capture ends: once, like those that Python shows once for each place in the code. Seen on torch 2.11 and 2.13:
+when the capture ends, and so once for each capture. Seen on torch 2.11 and 2.13:
 `IgnoredFunctionVariable`.
 """
 

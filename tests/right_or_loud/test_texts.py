@@ -124,8 +124,8 @@ WAYS: dict[str, Callable[[Any], str]] = {
     "f": lambda v: f"{v}",
     "f!r": lambda v: f"{v!r}",
     "f!s:": lambda v: f"{v!s:>30}",
-    "%s": lambda v: "%s" % (v,),  # noqa: UP031
-    "format": lambda v: "{}".format(v),  # noqa: UP032
+    "%s": lambda v: "%s" % (v,),  # noqa: UP031  # this way is tested
+    "format": lambda v: "{}".format(v),  # noqa: UP032  # this way is tested
     "join": lambda v: " ".join(map(str, [v])),
     "method": lambda v: repr(v) if isinstance(v, type) else v.__repr__(),
 }
